@@ -215,6 +215,7 @@ def test_which_methods_look_at_activations() -> None:
         ({"seed": None}, ["seed", "int", "None"]),
         ({"method": "anybit", "effort": "much"}, ["effort (--effort) much", "quick, normal, best"]),
         ({"method": "anybit", "samples": 4, "gradient_samples": 5}, ["gradient_samples (5)", "4 samples"]),
+        ({"method": "anybit", "plain_share": 0.1, "salience": "full"}, ["plain_share (0.1)", "'full'"]),
         ({"method": "anybit", "descent": -1}, ["descent (--descent) -1", "0 to 100"]),
         ({"damp": "1"}, ["damp", "float", "'1'"]),
         ({"clip": 1}, ["clip", "bool", "1"]),

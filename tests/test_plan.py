@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from anybit import estimate as estimate_module
+from anybit import prepare as prepare_module
 from anybit.artifact.contents import Plan
 from anybit.calibration.gradients import LOGIT_CHUNK
 from anybit.calibration.streaming import StreamedModel
@@ -24,6 +25,7 @@ from anybit.kernels import cpu
 from anybit.plan import make_plan, stored_dtype, widths_for_memory
 from tests import builders
 from tests.builders import MakeModel, opened
+from tests.probes import Recorder
 
 DEFAULT = builders.layer_spec(3, 64, clip=True)
 
@@ -210,7 +212,7 @@ def test_a_disk_too_small_is_refused(
 def test_texts_of_the_models_own_take_time_and_memory(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values of 96 texts of 256 tokens, written side by side, beside what is there without."""
+    """Keys, values and logits of 96 texts of 256 tokens, written side by side, beside what is there without."""
     monkeypatch.setattr(estimate_module, "_matmul_speed", lambda dtype: (1e9, 1.0))
     streamed = opened(model_dir("llama"))
     without, some = (
@@ -224,7 +226,8 @@ def test_texts_of_the_models_own_take_time_and_memory(
     of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * streamed.dtype.itemsize
     logits = 3 * 4 * LOGIT_CHUNK * config.vocab_size
     more = some["peak_memory_bytes"] - without["peak_memory_bytes"]
-    assert more == 96 * 256 * of_token - logits > 0
+    drawn = 96 * config.vocab_size * (streamed.dtype.itemsize + 4 + 8)
+    assert more == 96 * 256 * of_token + drawn - logits > 0
     assert some["seconds"] > without["seconds"]
 
 
@@ -252,7 +255,7 @@ def test_fisher_information_is_counted_in_memory_and_on_disk(model_dir: MakeMode
     figures = estimate(streamed, made, fisher, tmp_path)
     assert figures["scratch_disk_bytes"] == 4 * made.quantized_weights
     without = replace(made, specs=make_plan(streamed, builders.options("rtn")).specs)
-    mapped = figures["peak_memory_bytes"] - estimate_module._peak_memory(streamed, without, fisher)
+    mapped = figures["peak_memory_bytes"] - estimate_module.peak_memory(streamed, without, fisher)
     assert mapped >= 4 * made.quantized_weights
 
 
@@ -277,3 +280,18 @@ def test_what_fits_a_memory_budget(model_dir: MakeModel) -> None:
     limit = sizes[4, 8]
     limited = widths_for_memory(streamed, limit, 16, False)
     assert [row["fits"] for row in limited] == [row["size_bytes"] <= limit for row in rows]
+
+
+@pytest.mark.parametrize(("method", "instead"), [("anybit", True), ("gptq", False)])
+def test_too_little_memory_is_said_before_any_work(
+    model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, instead: bool
+) -> None:
+    config, report = builders.options(method, samples=2, seq_len=24), Recorder()
+    streamed = opened(model_dir("llama"))
+    needed = estimate_module.peak_memory(streamed, *reversed(prepare_module.plan_within(streamed, config)))
+    for free, warned in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(prepare_module, "free_memory", lambda free=free: free)
+        prepare_module.prepare(model_dir("llama"), tmp_path / "out", config, {"report": report})
+        found = [text for text in report.said if text.startswith("warning: this run will take about")]
+        assert bool(found) == warned
+    assert ("--method gptq" in found[0]) == instead

@@ -131,11 +131,11 @@ class _Run(Ready):
                 self.text.tokens,
                 shapes,
                 self.options,
-                specs,
-                planned,
-                self.writer.search(),
-                bool(nested_layers(self.plan.embeddings)),
-                self.report,
+                specs=specs,
+                layouts=planned,
+                folder=self.writer.search(),
+                vocabulary=bool(nested_layers(self.plan.embeddings)),
+                report=self.report,
             )
         )
         self.streamed.model.to("meta")
@@ -424,17 +424,17 @@ class _Run(Ready):
 
             made = train(
                 Training(
-                    self.streamed,
-                    tile,
-                    matrices,
-                    self._cut().order(planes),
-                    self.options.bits,
-                    windows,
-                    held_out,
-                    count,
-                    self.options.seed,
-                    self.writer.tuning(),
-                    self.report,
+                    streamed=self.streamed,
+                    tile=tile,
+                    matrices=matrices,
+                    steps=self._cut().order(planes),
+                    highest=self.options.bits,
+                    tokens=windows,
+                    held_out=held_out,
+                    count=count,
+                    seed=self.options.seed,
+                    folder=self.writer.tuning(),
+                    report=self.report,
                 )
             )
         model.to("meta")

@@ -18,6 +18,7 @@ from anybit.calibration.own_texts import TOGETHER
 from anybit.calibration.stats import SAMPLED as INPUTS_SAMPLED
 from anybit.calibration.streaming import StreamedModel
 from anybit.config import Json, Options
+from anybit.engine.pages import free_memory
 from anybit.errors import InputError
 from anybit.kernels.attention import multiplies_bfloat16
 from anybit.kernels.dispatch import MOMENT_COLUMNS
@@ -54,7 +55,8 @@ def estimate(streamed: StreamedModel, plan: Plan, options: Options, out: Path) -
         "size_bytes": plan.size_bytes,
         "seconds": seconds,
         "processor_share": share,
-        "peak_memory_bytes": _peak_memory(streamed, plan, options),
+        "peak_memory_bytes": peak_memory(streamed, plan, options),
+        "free_memory_bytes": free_memory(),
         "scratch_disk_bytes": scratch_bytes(streamed, plan, options),
         "free_disk_bytes": free,
     }
@@ -125,7 +127,8 @@ def _scaling_seconds(plan: Plan, options: Any, speeds: Speeds) -> float:
 def _heads_width(streamed: StreamedModel) -> int:
     """Of the queries of all heads of a block together."""
     text = streamed.model.config.get_text_config()
-    return head_size(text) * int(text.num_attention_heads)
+    heads = getattr(text, "num_attention_heads", 0)
+    return head_size(text) * int(heads) if heads else 0
 
 
 def _head_weights(streamed: StreamedModel) -> int:
@@ -135,13 +138,18 @@ def _head_weights(streamed: StreamedModel) -> int:
 
 
 def _written_bytes(tokens: int, config: Any, size: int) -> int:
-    """Of keys and values while the model writes texts of so many tokens in all, in numbers of `size` bytes."""
+    """Of what the model has while it writes texts of so many tokens in all, in numbers of `size` bytes.
+
+    That is keys and values, and for each text logits, their softmax in float32, and its sums in float64.
+    """
     if not tokens:
         return 0
-    return min(tokens, TOGETHER * OWN_TEXT_TOKENS) * kv_numbers(config) * size
+    keys = kv_numbers(config) if getattr(config, "num_attention_heads", 0) else 0
+    together = min(tokens, TOGETHER * OWN_TEXT_TOKENS)
+    return together * keys * size + ceil(together / OWN_TEXT_TOKENS) * config.vocab_size * (size + 4 + 8)
 
 
-def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
+def peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """Of the process: what is imported, a block and what is computed of it, hidden states."""
     effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
     size, text = streamed.dtype.itemsize, streamed.model.config.get_text_config()
@@ -151,9 +159,8 @@ def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     working = block_weights * size + max(prod(shape) for shape in shapes.values()) * 4 * 5
     if wanted.hessian:
         working += max(shape[1] for shape in shapes.values()) ** 2 * 4 * 5
-    if (
-        METHODS[options.name].ordered is not None
-    ):  # moments by gradient and plain ones of a block; errors of all widths
+    if METHODS[options.name].ordered is not None:
+        # Moments by gradient and plain ones of a block; errors of all widths.
         working += 2 * 4 * sum(shape[1] ** 2 for shape in shapes.values()) / len(streamed.blocks)
         working += 2 * 4 * min(nested_codes.CHUNK, BITS * max(prod(shape) for shape in shapes.values()))
     if wanted.fisher:  # in files that are mapped
@@ -165,10 +172,19 @@ def _peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
         chunk = 6 * 4 * min(options.window, LOGIT_CHUNK) * text.vocab_size
         codes = end_to_end.BYTES_PER_WEIGHT * plan.model_weights
         working = max(working, plan.model_weights * size + codes + _head_weights(streamed) * size + chunk)
+        activations = max(activations, min(_taught_bytes(streamed, options), ACTIVATION_BUDGET))
     if effort.epochs:
         working += block_weights * finetune.BYTES_PER_WEIGHT
         activations *= 2
     return int(IMPORT_BYTES + max(2 * embedding, working) + activations)
+
+
+def _taught_bytes(streamed: StreamedModel, options: Options) -> int:
+    """Of the unquantized model's last hidden states in the windows that scales are trained on."""
+    steps = METHODS[options.name].tuning(options)
+    windows = steps * end_to_end.WINDOWS + 2 * end_to_end.JUDGED if steps else 0
+    tokens = windows * min(options.window, end_to_end.TUNING_TOKENS)
+    return int(tokens * streamed.model.config.get_text_config().hidden_size * streamed.dtype.itemsize)
 
 
 def _hidden_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
@@ -187,6 +203,8 @@ def scratch_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
         return 4 * plan.quantized_weights
     hidden = _hidden_bytes(streamed, plan, options)
     spilled = 0 if hidden <= ACTIVATION_BUDGET else hidden * (2 if options.epochs else 1)
+    if (taught := _taught_bytes(streamed, options)) > ACTIVATION_BUDGET:
+        spilled = max(spilled, taught)
     if METHODS[options.name].ordered is None:
         return spilled
     both = {**plan.layouts, **plan.embeddings}

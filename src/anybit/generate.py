@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack, cast
 
 from anybit.artifact.files import is_artifact
 from anybit.artifact.levels import Budget
+from anybit.artifact.reader import refuse_unfinished
 from anybit.checkpoint.generation import read_generation
+from anybit.checkpoint.hub import download
 from anybit.checkpoint.tokenizer import check_ids, encode
 from anybit.config import Json, check_kv_bits
 from anybit.engine.description import Unsupported, check_computes
@@ -166,8 +168,10 @@ class Generator:
 
     def _natively(self, inside: Callable[[], InTransformers], precision: str) -> Natively:
         """The model in the native engine, which reads what it can by itself, and takes the rest from Transformers."""
-        if is_artifact(Path(self.name)):
-            return self._on_engine(self.name, read_generation(Path(self.name)), precision, **self._at)
+        refuse_unfinished(Path(self.name))
+        path = Path(self.name) if Path(self.name).exists() else download(self.name)
+        if is_artifact(path):
+            return self._on_engine(self.name, read_generation(path), precision, **self._at)
         with suppress(Unsupported):  # Transformers may load it, or says what is wrong
             return self._from_checkpoint(precision)
         loaded = inside()

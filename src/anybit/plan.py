@@ -185,7 +185,8 @@ def plan_within(
     estimate, and the artifact is cut to the size.
 
     Raises:
-        InputError: a budget beside a map, which would not be kept; see `fit_budget` and `make_plan`.
+        InputError: a budget beside a map, which would not be kept; a layer that its model does not call; see
+            `fit_budget` and `make_plan`.
     """
     if spec_map and options.budget is not None:
         raise InputError(
@@ -196,6 +197,11 @@ def plan_within(
         options = replace(options, seq_len=usual_window(streamed.model))
     fitted = fit_budget(streamed, options)
     plan = make_plan(streamed, fitted, spec_map)
+    if lost := [name for name in streamed.uncalled if name in plan.layouts]:
+        raise InputError(
+            f"{lost[0]}: {streamed.model.config.model_type} models multiply with its weight without calling it, and a "
+            "quantized layer has no such weight: this architecture is not supported yet"
+        )
     if METHODS[options.name].ordered is not None:
         plan = replace(plan, most_bytes=_most_bytes(options))
     return fitted, plan

@@ -16,8 +16,9 @@ from anybit.calibration.texts import CALIBRATION, CalibrationSet, calibration_se
 from anybit.checkpoint.architectures import max_positions
 from anybit.checkpoint.directory import open_checkpoint
 from anybit.config import Options, SpecMap
+from anybit.engine.pages import free_memory
 from anybit.errors import InputError
-from anybit.estimate import check_disk, scratch_bytes
+from anybit.estimate import check_disk, peak_memory, scratch_bytes
 from anybit.fingerprint import base_hash, fingerprint, statistics_key
 from anybit.kernels.dispatch import check_device, compute_dtype
 from anybit.methods import METHODS, Method
@@ -31,7 +32,9 @@ class Settings(TypedDict, total=False):
     calibration: str  # "builtin", a `.txt` or `.jsonl` file, or a hub dataset; "builtin" by default
     spec_map: SpecMap  # {layer name: LayerSpec}, which overrides the options layer by layer
     overwrite: bool  # replace an artifact at `out`
-    statistics: Path  # folder where gradients of the unquantized model stay for other runs on the same model and text,
+    statistics: (
+        str | Path
+    )  # folder where gradients of the unquantized model stay for other runs on the same model and text,
     # one run at a time; without it every run gathers its own
     device: str  # "cpu" or "cuda": where calibration and methods run, which round and sum differently
     report: Silent  # where progress goes
@@ -51,12 +54,14 @@ class Ready:
     report: Silent
     given: SpecMap
 
-    def shared_statistics(self, folder: Path | None) -> Path | None:
+    def shared_statistics(self, folder: str | Path | None) -> Path | None:
         """Where gradients lie that other runs may use too."""
-        if folder is None or self.text is None or not self.method.effort(self.options).passes:
+        if folder is None or self.text is None or not (self.plan.statistics.fisher or self.method.allocate):
             return None
         layers = self.decided_on() if self.method.allocate else self.plan.layouts
-        return folder / statistics_key(self.base, self.options, self.plan, layers, self.text, self.streamed)
+        return Path(folder) / statistics_key(
+            self.base, self.options, self.plan, layers, self.text, self.streamed
+        )
 
     def decided_on(self) -> list[str]:
         """The layers that the method may decide on: those that no spec is given for."""
@@ -70,6 +75,7 @@ def prepare(model: str | Path, out: Path, options: Options, settings: Settings) 
     options, plan = plan_within(streamed, options, settings.get("spec_map"))
     check_disk(plan, out, finished_bytes(out), scratch_bytes(streamed, plan, options))
     for note in (
+        _note_of_memory(streamed, plan, options),
         *streamed.checkpoint.notes(),
         plan.coverage(),
         plan.warning(options),
@@ -85,6 +91,19 @@ def prepare(model: str | Path, out: Path, options: Options, settings: Settings) 
     mark = fingerprint(base, options, plan, text, streamed)
     given = settings.get("spec_map") or {}
     return Ready(streamed, METHODS[options.name], options, plan, text, base, mark, report, given)
+
+
+def _note_of_memory(streamed: StreamedModel, plan: Plan, options: Options) -> str | None:
+    """A sentence where a run on the CPU will take more memory than there is: the system may end it without a word."""
+    needed, free = peak_memory(streamed, plan, options), free_memory()
+    if streamed.device.type != "cpu" or needed <= free:
+        return None
+    whole = METHODS[options.name].effort(options).passes > 0
+    instead = ", or a method that needs no gradients, such as --method gptq" if whole else ""
+    return (
+        f"warning: this run will take about {needed / 1e6:.0f} MB of memory, and {free / 1e6:.0f} MB are free: close "
+        f"what else runs, or use fewer or shorter windows (--samples, --seq-len){instead}"
+    )
 
 
 def open_streamed(model: str | Path, device: str = "cpu") -> StreamedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_the_base_layer_is_an_ordinary_index_and_enhancement_layers_lie_beside_i
     assert found["hashes_checked"] and found["files"] > 60
 
 
-def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path) -> None:
+def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path, tmp_path: Path) -> None:
     levels = table_of_levels(anybit_artifact)
     files = [
         f
@@ -74,6 +75,10 @@ def test_the_table_of_levels_counts_every_byte(anybit_artifact: Path) -> None:
         if not f.name.startswith(("tokenizer", "special", "chat_template"))
     ]
     assert levels[-1]["size_bytes"] == sum(f.stat().st_size for f in files)
+    clone = shutil.copytree(anybit_artifact, tmp_path / "clone")
+    (clone / ".git/lfs").mkdir(parents=True)
+    (clone / ".git/lfs/object").write_bytes(bytes(1000))
+    assert table_of_levels(clone) == levels
     assert [r["bits"] for r in levels] == sorted(r["bits"] for r in levels)
     assert all(b["loss"] <= a["loss"] and b["size_bytes"] > a["size_bytes"] for a, b in pairwise(levels))
     assert levels[-1]["bits"] == 8

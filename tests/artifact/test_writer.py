@@ -66,7 +66,12 @@ def test_writer_resumes_finished_shards_and_redoes_damaged_ones(tmp_path: Path) 
     write_all(tmp_path / "out", until=2)
     assert not (tmp_path / "out").exists()
     work = tmp_path / "out.partial" / "artifact"
-    assert finished_bytes(tmp_path / "out") == sum(f.stat().st_size for f in work.iterdir()) > 0
+    shards = sum(f.stat().st_size for f in work.iterdir())
+    assert finished_bytes(tmp_path / "out") == shards > 0
+    for part in ("split", "search/parts"):  # which a run that goes on deletes, or need not make again
+        (work.parent / part).mkdir(parents=True)
+        (work.parent / part / "some").write_bytes(bytes(1 << 16))
+    assert finished_bytes(tmp_path / "out") >= shards + (2 << 16)
     damaged = work / "model-00001-of-00003.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     GPTNeoXConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,9 +29,18 @@ from transformers import (
 
 from anybit.calibration.streaming import StreamedModel, earlier_objects_frozen, run_block, selected
 from anybit.errors import InputError
+from anybit.plan import plan_within
+from tests import builders
 from tests.builders import MakeModel, opened, save_random, token_rows
 
 VOCABULARY = 97
+VISION = {
+    "num_attention_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "image_size": 28,
+    "patch_size": 14,
+}
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
 COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 64, **SIZES}
 
@@ -93,6 +103,16 @@ def check_logits(folder: Path, length: int) -> None:
 def test_block_by_block_gives_the_logits_of_the_whole_model(model_dir: MakeModel, family: str) -> None:
     for length in (1, 40):  # gemma3's window is 16
         check_logits(model_dir(family), length)
+
+
+def test_the_text_of_a_model_that_sees_images_too(tmp_path: Path) -> None:
+    """Its vision tower has as many blocks as its text, and a buffer that only that tower fills."""
+    text = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+    vision = {**VISION, "num_hidden_layers": COMMON["num_hidden_layers"]}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    check_logits(save_random(config, tmp_path), 24)
+    streamed = opened(tmp_path)
+    assert "language_model" in streamed.block_prefix and streamed.uncalled == []
 
 
 @pytest.mark.parametrize("family", more_configs())
@@ -330,6 +350,29 @@ def test_blocks_that_see_the_tokens_are_refused(model_dir: MakeModel, extra: Cal
     with_decoder(streamed, forward)
     with pytest.raises(InputError, match="depend on the tokens"):
         streamed.first_inputs(token_rows(2, 5), lambda i, hidden: None)
+    with pytest.raises(InputError, match="depend on the tokens"):
+        streamed.check_structure()
+
+
+def test_layers_that_are_not_called_are_found_without_weights(model_dir: MakeModel) -> None:
+    assert opened(model_dir("llama")).uncalled == []
+    streamed = opened(model_dir("llama"))
+    mlp = streamed.blocks[1].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.up_proj(x) * (x @ mlp.gate_proj.weight.T))
+    assert streamed.uncalled == ["model.layers.1.mlp.gate_proj"]
+    with pytest.raises(
+        InputError, match="gate_proj: llama models multiply with its weight without calling it"
+    ):
+        plan_within(streamed, builders.options("rtn"))
+    fine, _ = plan_within(streamed, builders.options("rtn", exclude=("*.gate_proj",)))
+    assert fine.exclude
+
+
+def test_a_model_that_does_not_run_without_numbers_is_not_refused(model_dir: MakeModel) -> None:
+    streamed = opened(model_dir("llama"))
+    mlp = streamed.blocks[0].mlp
+    mlp.forward = lambda x: x * float(x.sum())
+    assert streamed.uncalled == []
 
 
 def test_blocks_that_are_skipped_or_change_width_are_refused(model_dir: MakeModel) -> None:

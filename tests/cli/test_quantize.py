@@ -82,7 +82,7 @@ def test_dry_run_predicts_and_writes_nothing(
     predicted_file = tmp_path / "p.json"
     ran = run(*arguments, "--dry-run", "--json", predicted_file)
     assert ran.code == 0 and [f.name for f in tmp_path.iterdir()] == ["p.json"]
-    for word in ("bits per weight", "size", "free disk", "peak memory", "time"):
+    for word in ("bits per weight", "size", "free disk", "peak memory", "free memory", "time"):
         assert word in ran.out
     predicted = json.loads(predicted_file.read_text())
     assert run(*arguments).code == 0

@@ -126,7 +126,7 @@ def test_shared_statistics_give_the_same_bytes(
                 calibration=str(text_file),
                 statistics=folder,
             )
-            for i, folder in enumerate([None, tmp_path / "shared", tmp_path / "shared"])
+            for i, folder in enumerate([None, tmp_path / "shared", str(tmp_path / "shared")])
         ]
         assert made[0].statistics is None and made[1].taken_over is None
         assert made[2].statistics == made[1].statistics

@@ -71,7 +71,12 @@ class Levels:
         taken = sum(
             file.stat().st_size
             for file in files
-            if file.is_file() and not is_tokenizer_file(file.name) and file.name not in later
+            if file.is_file()
+            and not is_tokenizer_file(file.name)
+            and file.name not in later
+            and not any(
+                part.startswith(".") for part in file.relative_to(self.artifact.path).parts
+            )  # a clone's
         )
         others = _nbytes(self.unquantized.values())
         if found is None:

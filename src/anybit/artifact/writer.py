@@ -33,6 +33,7 @@ from anybit.formats.layout import FORMAT_VERSION
 
 STATISTICS = "statistics"  # folder beside the artifact under way
 SEARCH = "search"
+SPLIT = "split"  # the artifact once its planes are in order, as it will be published
 TUNING = "tuning"
 COMPLETE = "complete"  # file in it that says that it is whole
 
@@ -124,7 +125,7 @@ class ArtifactWriter:
         for path in self.work.iterdir():
             if path.name not in {self.file(shard) for shard in self.finished}:
                 _remove(path)
-        _remove(self.folder / "split")
+        _remove(self.folder / SPLIT)
 
     def file(self, shard: int) -> str:
         return shard_file(shard, self.shards)
@@ -207,7 +208,7 @@ class ArtifactWriter:
 
     def begin_split(self) -> None:
         """From now on, write the shards anew, and files beside them: the artifact will be made of those alone."""
-        self.work = self.folder / "split"
+        self.work = self.folder / SPLIT
         _remove(self.work)
         self.work.mkdir()
 
@@ -325,7 +326,8 @@ def finished_bytes(out: Path) -> int:
     """Bytes that an unfinished run has written already, which its repetition need not find room for."""
     folder = partial_folder(out)
     shards = sum(path.stat().st_size for path in folder.glob("artifact/*"))
-    return shards + sum(512 * path.stat().st_blocks for path in folder.glob(f"{STATISTICS}/*"))
+    kept = (path for part in (STATISTICS, SEARCH, SPLIT) for path in folder.glob(f"{part}/**/*"))
+    return shards + sum(512 * path.stat().st_blocks for path in kept if path.is_file())
 
 
 def described_files(weight_map: Mapping[str, str], total: int, config: Json) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -69,14 +70,34 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The list of transformer blocks: the one ModuleList with as many entries as the config has layers."""
-    layers = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
+    """The list of transformer blocks: the one ModuleList with as many entries as the config has layers.
+
+    Of several, such as a vision tower's beside the text's, the first that the model of the text has.
+    """
+    text = model.config.get_text_config()
+    layers = text.num_hidden_layers
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    }
+    for name, module in found.items():
+        if nearest_model(model, name).config.model_type == text.model_type:
             return name, module
+    for name, module in found.items():
+        return name, module
     raise InputError(
         f"{model.config.model_type}: found no list of {layers} transformer blocks: unsupported architecture"
     )
+
+
+def nearest_model(model: Any, name: str) -> Any:
+    """The innermost of the models in a model, such as its vision tower, that a module belongs to."""
+    found = part = model
+    for step in name.split(".") if name else ():
+        part = part.get_submodule(step)
+        found = part if isinstance(part, PreTrainedModel) else found
+    return found
 
 
 def refuse_fused_experts(model: Any, blocks: nn.ModuleList) -> None:

@@ -12,13 +12,20 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from anybit.calibration.meta_model import checkpoint_names, find_blocks, meta_model, refuse_fused_experts
+from anybit.calibration.meta_model import (
+    checkpoint_names,
+    find_blocks,
+    meta_model,
+    nearest_model,
+    refuse_fused_experts,
+)
 from anybit.checkpoint.architectures import is_encoder, refuse_unused
 from anybit.checkpoint.directory import Checkpoint
 from anybit.errors import InputError
@@ -157,7 +164,29 @@ class StreamedModel:
         Raises:
             InputError: see `first_inputs`.
         """
-        self.first_inputs(torch.zeros(1, 2, dtype=torch.int64), lambda i, hidden: None)
+        different = torch.tensor([[0, 0], [1, 1]])  # so that what depends on tokens shows
+        self.first_inputs(different, lambda i, hidden: None)
+
+    @cached_property
+    def uncalled(self) -> list[str]:
+        """Linear layers of the blocks that the model does not call: it multiplies with their weights by itself.
+
+        Found without weights or memory; where a model does not run so, none is found.
+        """
+        called: set[nn.Module] = set()
+        layers = {name: module for i in range(len(self.blocks)) for name, module in self.linears(i).items()}
+        hooks = [module.register_forward_pre_hook(lambda m, _: called.add(m)) for module in layers.values()]
+        try:
+            with torch.no_grad():
+                tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+                # With a cache no mask is looked at, which has no numbers either.
+                self.model.base_model(input_ids=tokens, use_cache=not self.encoder)
+        except Exception:  # whatever a model's code does where there are no numbers
+            return []
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [name for name, module in layers.items() if module not in called]
 
     def left_out(self) -> list[str]:
         """Tensors of the checkpoint that this model has no place for: known exceptions, see `refuse_unused`."""
@@ -331,7 +360,7 @@ def _compute_buffers(model: Any, module: nn.Module, name: str) -> None:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for buffer in computed.values():
         _bytes(buffer).fill_(UNFILLED)
-    model._init_weights(module)
+    nearest_model(model, name)._init_weights(module)
     for own, buffer in computed.items():
         if buffer.numel() and (_bytes(buffer) == UNFILLED).all():
             raise InputError(

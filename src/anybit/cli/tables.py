@@ -44,7 +44,7 @@ def print_prediction(f: Json) -> None:
     """What `quantize --dry-run` foresees."""
     _say(f["coverage"])
     if f["warning"]:
-        _say(f"warning: {f['warning']}")
+        _say(f["warning"])
     about = "about " if f["estimated"] else ""  # which rows of all layers are wide is not known yet
     _say(f"bits per weight   {about}{f['bits_per_weight']:.3f} (codes alone {f['bits']:.3f})")
     if f["file_bits_per_weight"] != f["bits_per_weight"]:
@@ -55,6 +55,7 @@ def print_prediction(f: Json) -> None:
         _say(f"scratch disk      {f['scratch_disk_bytes'] / 1e6:.0f} MB until the run ends")
     _say(f"free disk         {f['free_disk_bytes'] / 1e6:.0f} MB")
     _say(f"peak memory       about {f['peak_memory_bytes'] / 1e6:.0f} MB")
+    _say(f"free memory       {f['free_memory_bytes'] / 1e6:.0f} MB")
     if f["seconds"] is None:
         _say("time              not predicted: only a CPU's speed is measured")
         return

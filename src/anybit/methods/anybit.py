@@ -157,6 +157,11 @@ class AnyBit(Sequential, Damped):
                 f"gradient_samples ({self.gradient_samples}) are some of the {self.windows} samples: give no more "
                 "(--gradient-samples), or raise --samples"
             )
+        if self.salience != "output" and self.plain_share != type(self).plain_share:
+            raise InputError(
+                f"plain_share ({self.plain_share}) has no effect with salience {self.salience!r}: leave it "
+                '(--plain-share) out, or use salience "output"'
+            )
 
     @property
     def runs_at(self) -> Widths:

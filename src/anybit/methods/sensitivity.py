@@ -3,7 +3,8 @@
 MixLLM (arXiv:2412.14590, section 3.2): a row's salience is the change of the model's loss when that row alone is
 rounded, estimated to first and second order from one backward pass per sample; rows of all layers are sorted in one
 list. LLM-MQ (Li et al. 2023, section 3.2): a layer's is the first-order change at each width, and an integer program
-chooses the widths.
+chooses the widths. The method anybit ranks rows by what an error at their output costs (`output_moments`), on texts of
+the model's own besides the given one, and embedding and head with them.
 """
 
 from __future__ import annotations
