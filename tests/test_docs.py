@@ -266,7 +266,7 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
 def row_of(method: Method) -> list[str]:
     """What the README says of a method, by what the method says of itself."""
     options = method.options().resolve()
-    gradients = method.statistics(options).fisher or method.effort(options).passes
+    gradients = method.statistics(options).fisher or method.work(options).passes
     needs = "gradients" if gradients else "text" if options.calibrated else "nothing"
     kind, _, number = method.paper.partition(":")
     links = {"arXiv": f"[{number}](https://arxiv.org/abs/{number})", "": "ours" if not method.title else ""}

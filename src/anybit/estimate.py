@@ -72,25 +72,25 @@ class Speeds:
 
 def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Speeds) -> float:
     """Of blocks' forward and backward passes, moments and sweeps at this machine's speeds, and of what is clustered."""
-    effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
+    work, wanted, shapes = METHODS[options.name].work(options), plan.statistics, streamed.all_linears()
     blocks, threads = len(streamed.blocks), torch.get_num_threads()
     block_weights = plan.linear_weights / blocks
     tokens = options.windows * options.window if wanted else 0
     forwards = 0.0 if wanted.fisher else 1.0 if options.unquantized else 2.0
-    forwards += 2 * effort.passes  # as blocks are recomputed
-    backwards = 2 * effort.passes  # for inputs and weights, counted in forwards
+    forwards += 2 * work.passes  # as blocks are recomputed
+    backwards = 2 * work.passes  # for inputs and weights, counted in forwards
     nested = ordering.nested_layers(plan.embeddings)
     moments = sweep = factors = training = 0.0
     if wanted.hessian:
         widths = {shape[1] for shape in shapes.values()}
         moments = 1.5 * tokens * sum(n * (n + MOMENT_COLUMNS) for n in widths)
         matrices = [*shapes.values(), *(plan.embeddings[name].shape for name in nested)]
-        sweep = 2.0 * sum(effort.sweeps * s[0] * s[1] ** 2 for s in matrices)
+        sweep = 2.0 * sum(work.sweeps * s[0] * s[1] ** 2 for s in matrices)
         factors = 2.0 * sum(s[1] ** 3 for s in matrices)
-    if effort.epochs:
-        forwards += 1 + effort.epochs
-        backwards += 2 * effort.epochs
-        steps = effort.epochs * options.windows / finetune.batch_size(options.windows, options.window)
+    if work.epochs:
+        forwards += 1 + work.epochs
+        backwards += 2 * work.epochs
+        steps = work.epochs * options.windows / finetune.batch_size(options.windows, options.window)
         training = finetune.STEP_SECONDS * steps * plan.quantized_weights / threads
     through, headed, decoded = end_to_end.work(METHODS[options.name].tuning(options), options.window)
     tuning = 2 * (through * plan.linear_weights + headed * _head_weights(streamed))
@@ -102,13 +102,13 @@ def _seconds(streamed: StreamedModel, plan: Plan, options: Options, speeds: Spee
     attended = attention * (
         forwards / (speeds.model if bfloat16 and multiplies_bfloat16() else of_torch) + backwards / of_torch
     )
-    head = 4 * effort.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
+    head = 4 * work.passes * tokens * _head_weights(streamed)  # logits once, and their gradient
     weights = plan.quantized_weights + sum(plan.embeddings[name].weights for name in nested)
-    clustering = (effort.clustering / threads + effort.serial) * weights
+    clustering = (work.clustering / threads + work.serial) * weights
     of_model = (blocks * multiplied + head + tuning) / speeds.model
-    swept = sweep / (SWEPT * speeds.model if bfloat16 and effort.rounded_sweeps else speeds.exact)
+    swept = sweep / (SWEPT * speeds.model if bfloat16 and work.rounded_sweeps else speeds.exact)
     others = (factors + 200 * plan.linear_weights) / speeds.exact + plan.model_weights / WEIGHTS
-    scaling = _scaling_seconds(plan, options, speeds) if effort.scaled else 0.0
+    scaling = _scaling_seconds(plan, options, speeds) if work.scaled else 0.0
     return of_model + attended + swept + clustering + scaling + training + others
 
 
@@ -151,7 +151,7 @@ def _written_bytes(tokens: int, config: Any, size: int) -> int:
 
 def peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """Of the process: what is imported, a block and what is computed of it, hidden states."""
-    effort, wanted, shapes = METHODS[options.name].effort(options), plan.statistics, streamed.all_linears()
+    work, wanted, shapes = METHODS[options.name].work(options), plan.statistics, streamed.all_linears()
     size, text = streamed.dtype.itemsize, streamed.model.config.get_text_config()
     block_weights = plan.linear_weights / len(streamed.blocks)
     activations = min(_hidden_bytes(streamed, plan, options), ACTIVATION_BUDGET)
@@ -165,15 +165,15 @@ def peak_memory(streamed: StreamedModel, plan: Plan, options: Options) -> int:
         working += 2 * 4 * min(nested_codes.CHUNK, BITS * max(prod(shape) for shape in shapes.values()))
     if wanted.fisher:  # in files that are mapped
         working += 4 * plan.quantized_weights
-    if effort.passes:
+    if work.passes:
         logits = 3 * 4 * min(options.window, LOGIT_CHUNK) * text.vocab_size  # float32 softmax, and gradients
-        working += plan.model_weights * size + max(logits, _written_bytes(effort.written, text, size))
+        working += plan.model_weights * size + max(logits, _written_bytes(work.written, text, size))
     if METHODS[options.name].tuning(options):  # all weights, their codes, the unquantized head
         chunk = 6 * 4 * min(options.window, LOGIT_CHUNK) * text.vocab_size
         codes = end_to_end.BYTES_PER_WEIGHT * plan.model_weights
         working = max(working, plan.model_weights * size + codes + _head_weights(streamed) * size + chunk)
         activations = max(activations, min(_taught_bytes(streamed, options), ACTIVATION_BUDGET))
-    if effort.epochs:
+    if work.epochs:
         working += block_weights * finetune.BYTES_PER_WEIGHT
         activations *= 2
     return int(IMPORT_BYTES + max(2 * embedding, working) + activations)
@@ -217,7 +217,7 @@ def scratch_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
 def _searched_bytes(streamed: StreamedModel, plan: Plan, options: Options) -> int:
     """About what a search keeps of its samples: slopes of all layers' tokens, what the head reads and puts out."""
     text = streamed.model.config.get_text_config()
-    samples = ceil(METHODS[options.name].effort(options).passes * options.windows)
+    samples = ceil(METHODS[options.name].work(options).passes * options.windows)
     of_head = text.hidden_size**2 + 4 * text.vocab_size
     return 4 * (samples * options.window * len(plan.layouts) + ceil(samples / SAMPLES_KEPT) * of_head)
 

@@ -98,7 +98,7 @@ def _note_of_memory(streamed: StreamedModel, plan: Plan, options: Options) -> st
     needed, free = peak_memory(streamed, plan, options), free_memory()
     if streamed.device.type != "cpu" or needed <= free:
         return None
-    whole = METHODS[options.name].effort(options).passes > 0
+    whole = METHODS[options.name].work(options).passes > 0
     instead = ", or a method that needs no gradients, such as --method gptq" if whole else ""
     return (
         f"warning: this run will take about {needed / 1e6:.0f} MB of memory, and {free / 1e6:.0f} MB are free: close "

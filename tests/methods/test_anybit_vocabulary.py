@@ -126,7 +126,7 @@ def test_an_artifact_says_what_of_its_text_is_the_models_own(made: Make) -> None
 def test_texts_of_the_models_own_take_time() -> None:
     def passes(**options: Any) -> float:
         config = methods.options("anybit", samples=8, gradient_samples=2, seq_len=256, **options).resolve()
-        return METHODS["anybit"].effort(config).passes
+        return METHODS["anybit"].work(config).passes
 
     assert passes(own_texts=0) == 0.25
     assert (

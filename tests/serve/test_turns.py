@@ -71,6 +71,14 @@ def asked_of(parse: Callable[..., Wanted], body: dict[str, Any], monkeypatch: py
     return {name: value for name, value in found[0].items() if value not in (None, [], False)}
 
 
+def nested(levels: int) -> Any:
+    """A schema so deep."""
+    made: Any = {"type": "object"}
+    for _ in range(levels):
+        made = {"type": "object", "properties": {"a": made}}
+    return made
+
+
 def said(role: str, *blocks: Any) -> list[Any]:
     """The messages of a conversation that is one message of blocks."""
     return [{"role": role, "content": [*blocks]}]
@@ -298,6 +306,10 @@ def test_a_summary_stands_for_a_thought_that_is_not_there(monkeypatch: pytest.Mo
 {"messages": [*said("assistant", {"type": "tool_use", "id": "a", "name": "f", "input": 3}), *HELLO]},
             "messages[0].content[0].input",
         ),
+        (
+{"messages": [*said("assistant", {"type": "tool_use", "id": "a", "name": "f", "input": nested(900)}), *HELLO]},
+            "messages[0].content[0].input",
+        ),
         ({"system": 3}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
@@ -369,6 +381,11 @@ def test_bodies_of_messages_that_cannot_be(server: tuple[Client, State], body: A
         (
             {"input": "a", "tools": [{"type": "namespace", "tools": [{"type": "namespace"}]}]},
             "tools[0].tools[0].type",
+        ),
+        ({"input": "a", "tools": [{**FUNCTION, "parameters": nested(99)}]}, "tools[0].parameters"),
+        (
+            {"input": "a", "tools": [{"type": "web_search", "external_web_access": False, "a": nested(99)}]},
+            "tools",
         ),
         ({"input": "a", "metadata": {"a": 5}}, "metadata"),
         ({"input": "a", "metadata": {"a" * 65: ""}}, "metadata"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
 from anybit.errors import InputError
-from anybit.methods.method import Codebooks, Effort, Method, Statistics, clustering_seconds
+from anybit.methods.method import Codebooks, Method, Statistics, Work, clustering_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +87,6 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(fisher=True),
-    effort=lambda options: Effort(clustering=clustering_seconds(min(options.widths)), passes=1),
+    work=lambda options: Work(clustering=clustering_seconds(min(options.widths)), passes=1),
     check_given=check_given,
 )

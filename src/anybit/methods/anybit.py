@@ -15,12 +15,12 @@ from anybit.methods.method import (
     SHARE,
     Allocation,
     Damped,
-    Effort,
     Method,
     Ordered,
     Search,
     Sequential,
     Statistics,
+    Work,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ DRAWN = 1 / 2  # time of a token that is drawn, beside that of one with its grad
 
 
 @dataclass(frozen=True)
-class Pains:
+class Effort:
     """What is taken for a level of `--effort`."""
 
     tokens: int  # that second moments are gathered from
@@ -54,9 +54,9 @@ class Pains:
 
 
 EFFORTS = {
-    "quick": Pains(16_384, 8_192, 1, 50),
-    "normal": Pains(65_536, 16_384, 2, 150),
-    "best": Pains(131_072, 32_768, 4, 400),
+    "quick": Effort(16_384, 8_192, 1, 50),
+    "normal": Effort(65_536, 16_384, 2, 150),
+    "best": Effort(131_072, 32_768, 4, 400),
 }
 
 
@@ -141,13 +141,13 @@ class AnyBit(Sequential, Damped):
     )
 
     def defaults(self) -> dict[str, Any]:
-        pains = EFFORTS[self.effort]
-        samples = self.samples or max(1, pains.tokens // self.window)
+        effort = EFFORTS[self.effort]
+        samples = self.samples or max(1, effort.tokens // self.window)
         usual = {name: value for name, value in super().defaults().items() if name != "embed_bits"}
         return usual | {
             "samples": samples,
-            "gradient_samples": min(samples, max(1, pains.gradient_tokens // self.window)),
-            "descent": pains.descent,
+            "gradient_samples": min(samples, max(1, effort.gradient_tokens // self.window)),
+            "descent": effort.descent,
         }
 
     def check(self) -> None:
@@ -246,11 +246,11 @@ def kinds_of_windows(samples: int, share: float, given: int) -> tuple[int, int]:
     return given, min(own, int(share / (1 - share) * given + 0.5))
 
 
-def _effort(options: AnyBit) -> Effort:
+def _work(options: AnyBit) -> Work:
     """A first pass compensates what follows, the next ones look at all columns."""
     descent = options.descent or 0
     own = WRITTEN_PER_TAKEN * kinds_of_windows(options.windows, options.own_texts, options.windows)[1]
-    return Effort(
+    return Work(
         sweeps=BITS * (0.5 + descent),
         rounded_sweeps=True,
         clustering=CODING * (1 + descent) + FITTING,
@@ -280,7 +280,7 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(norms=True, hessian=True, attention=True),
-    effort=_effort,
+    work=_work,
     allocate=allocate,
     embedding_layout=embedding_layout,
     embed=embed,

@@ -18,8 +18,8 @@ from anybit.methods.method import (
     Compensated,
     Method,
     Statistics,
-    compensation_effort,
     compensation_statistics,
+    compensation_work,
 )
 
 if TYPE_CHECKING:
@@ -133,5 +133,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=statistics,
-    effort=compensation_effort,
+    work=compensation_work,
 )

@@ -15,9 +15,9 @@ from anybit.methods.method import (
     Attentive,
     Codebooks,
     Damped,
-    Effort,
     Method,
     Statistics,
+    Work,
     clustering_seconds,
 )
 
@@ -57,10 +57,10 @@ def quantize(weight: Tensor, stats: LinearStats | None, spec: LayerSpec[CMPQ]) -
     return channel_codebooks.quantize(weight, stats, spec)
 
 
-def effort(options: CMPQ) -> Effort:
+def work(options: CMPQ) -> Work:
     """Channel after channel is clustered on one thread, and all at once before that."""
     seconds = clustering_seconds(options.bits)
-    return Effort(options.compensate, seconds, serial=seconds if options.compensate else 0)
+    return Work(options.compensate, seconds, serial=seconds if options.compensate else 0)
 
 
 METHOD = Method(
@@ -75,5 +75,5 @@ METHOD = Method(
     statistics=lambda options: Statistics(
         norms=True, hessian=options.compensate, attention=options.attention_weights
     ),
-    effort=effort,
+    work=work,
 )

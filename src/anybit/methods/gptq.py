@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
-from anybit.methods.method import Compensated, Method, compensation_effort, compensation_statistics
+from anybit.methods.method import Compensated, Method, compensation_statistics, compensation_work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,5 +60,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=compensation_statistics,
-    effort=compensation_effort,
+    work=compensation_work,
 )

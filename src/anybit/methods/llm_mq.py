@@ -18,8 +18,8 @@ from anybit.methods.method import (
     Compensated,
     Method,
     Search,
-    compensation_effort,
     compensation_statistics,
+    compensation_work,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ METHOD = Method(
     quantize=gptq.compensated,
     layout=layout,
     statistics=compensation_statistics,
-    effort=lambda options: replace(compensation_effort(options), passes=1),
+    work=lambda options: replace(compensation_work(options), passes=1),
     extra="search",
     allocate=allocate,
     searched=lambda options: [options.group_size],

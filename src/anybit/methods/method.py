@@ -65,7 +65,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Effort:
+class Work:
     """What a method costs besides the blocks' forward passes, for predictions of time and memory."""
 
     sweeps: float = 0  # over the columns of every matrix, errors compensated in the rest of it
@@ -150,7 +150,7 @@ class Method:
     quantize: Callable[[Tensor, Any, Any], QuantizedWeight]
     layout: Callable[[Any, Shape], LayerLayout]  # what `quantize` will store of a spec and a shape
     statistics: Callable[[Any], Statistics]  # what it wants, of a layer's options
-    effort: Callable[[Any], Effort] = lambda options: Effort()
+    work: Callable[[Any], Work] = lambda options: Work()
     extra: str = ""  # of pyproject.toml, that it needs
     native: bool = False  # whether it needs the native extension, where it runs on the CPU
     compared: str = ""  # how `anybit compare` lists it where it is asked for no methods; "": not at all
@@ -296,9 +296,9 @@ def rounding_statistics(options: Uniform) -> Statistics:
     )
 
 
-def rounding_effort(options: Uniform) -> Effort:
+def rounding_work(options: Uniform) -> Work:
     """What plain rounding costs: nothing, but for a search around it."""
-    return Effort(scaled=options.scaling != "none")
+    return Work(scaled=options.scaling != "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,9 +320,9 @@ def compensation_statistics(options: Compensated) -> Statistics:
     return replace(rounding_statistics(options), norms=True, hessian=True)
 
 
-def compensation_effort(options: Compensated) -> Effort:
+def compensation_work(options: Compensated) -> Work:
     """What error compensation costs."""
-    return replace(rounding_effort(options), sweeps=1)
+    return replace(rounding_work(options), sweeps=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from anybit.methods.method import (
     Method,
     Search,
     check_ratio,
-    compensation_effort,
     compensation_statistics,
+    compensation_work,
 )
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ METHOD = Method(
     quantize=gptq.compensated,
     layout=layout,
     statistics=compensation_statistics,
-    effort=lambda options: replace(compensation_effort(options), passes=options.passes),
+    work=lambda options: replace(compensation_work(options), passes=options.passes),
     allocate=allocate,
     searched=lambda o: [o.wide_rows is not None, o.salience, o.search, o.group_size],
     check_given=check_given,

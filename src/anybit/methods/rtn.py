@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
-from anybit.methods.method import Method, Uniform, rounding_effort, rounding_statistics
+from anybit.methods.method import Method, Uniform, rounding_statistics, rounding_work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,5 +45,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=rounding_statistics,
-    effort=rounding_effort,
+    work=rounding_work,
 )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from anybit.config import Widths, option
 from anybit.methods import rtn
-from anybit.methods.method import Method, Uniform, group_size_of, rounding_effort, rounding_statistics
+from anybit.methods.method import Method, Uniform, group_size_of, rounding_statistics, rounding_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,5 +36,5 @@ METHOD = Method(
     quantize=rtn.quantize,
     layout=rtn.layout,
     statistics=rounding_statistics,
-    effort=rounding_effort,
+    work=rounding_work,
 )

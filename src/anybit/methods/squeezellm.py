@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from anybit.config import LayerSpec, Widths, option
-from anybit.methods.method import SHARE, Codebooks, Effort, Method, Statistics, clustering_seconds
+from anybit.methods.method import SHARE, Codebooks, Method, Statistics, Work, clustering_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,5 +58,5 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(fisher=True),
-    effort=lambda options: Effort(clustering=clustering_seconds(options.bits), passes=1),
+    work=lambda options: Work(clustering=clustering_seconds(options.bits), passes=1),
 )

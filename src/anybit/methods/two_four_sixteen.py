@@ -15,10 +15,10 @@ from anybit.methods.method import (
     SHARE,
     Attentive,
     Damped,
-    Effort,
     Method,
     Start,
     Statistics,
+    Work,
 )
 
 if TYPE_CHECKING:
@@ -137,6 +137,6 @@ METHOD = Method(
     quantize=quantize,
     layout=layout,
     statistics=lambda options: Statistics(norms=True, hessian=True, attention=options.attention_weights),
-    effort=lambda options: Effort(sweeps=1, epochs=options.epochs),
+    work=lambda options: Work(sweeps=1, epochs=options.epochs),
     tune=tune,
 )

@@ -166,8 +166,8 @@ def _block(found: Any, role: str, whose: str) -> Json:
         own.accept("toolset_name")
     elif role == "assistant" and kind == "tool_use":
         name, arguments = needed(own, "name"), own.any("input", {})
-        if not isinstance(arguments, dict):
-            raise own.bad("input", arguments, "an object")
+        if not isinstance(arguments, dict) or depth(arguments) > DEEPEST:
+            raise own.bad("input", arguments, f"an object of at most {DEEPEST} levels")
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         made = {"tool_calls": [{"id": needed(own, "id"), "type": "function", "function": function}]}
         own.accept("caller", "toolset_name")

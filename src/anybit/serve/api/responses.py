@@ -15,6 +15,7 @@ from anybit.config import Json
 from anybit.serve.api import openai
 from anybit.serve.api.exchange import Exchange
 from anybit.serve.api.turns import Block, Event, Turn, as_here, joined, needed, passed, text_of
+from anybit.serve.chat.constraint import DEEPEST, depth
 from anybit.serve.chat.conversation import MOST_MESSAGES, MOST_TOOLS
 from anybit.serve.chat.speech import CALL, CONTENT
 from anybit.serve.errors import BadField, Refused
@@ -29,6 +30,7 @@ NAMES = {  # of fields that are others in a chat
 }
 TEXTS = ("input_text", "output_text", "text")  # types of content that are text
 INERT = (*openai.INERT, "client_metadata", "max_tool_calls", "prompt_cache_options")  # besides, see there
+OUTER = 8  # levels around the schemas of tools, which are no deeper than forms
 MOST_METADATA, LONGEST_NAME, LONGEST_VALUE = 16, 64, 512  # as OpenAI has it: pairs, characters
 # What an answer may be asked to have and never needs: thoughts are no secret.
 INCLUDED = ("reasoning.encrypted_content",)
@@ -78,6 +80,9 @@ def responses(served: Served, body: Json, key: str) -> openai.Wanted:
     with as_here(NAMES):
         wanted = openai.chat(served, chat, key)
     given = {name: value for name, value in body.items() if name in REPEATED and value is not None}
+    for name, value in given.items():
+        if depth(value) > DEEPEST + OUTER:
+            raise BadField(name, f"{name} is nested deeper than {DEEPEST + OUTER} levels")
     given |= {name: REPEATED[name] | given[name] for name in ("text", "reasoning") if name in given}
     # Requests may hold halves of surrogate pairs, which have no form in UTF-8.
     said = json.loads(json.dumps(REPEATED | given, ensure_ascii=False).encode(errors="replace"))
