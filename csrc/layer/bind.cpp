@@ -185,7 +185,8 @@ BoundTile bind_nested(const TileLayout& layout, int64_t r, int64_t c, int64_t ou
         if (codes) {
             bytes->kept_scales = fields.floats("kept_scales", {layout.kept});
             for (float& scale : bytes->kept_scales) scale *= 0x1p-14f; // KEPT_UNIT of formats/nested.py
-            bytes->kept_scales.resize(static_cast<size_t>(layout.kept + KeptChannels::SCALES_BEHIND));
+            bytes->kept_scales.resize(static_cast<size_t>(layout.kept + KeptChannels::BEHIND));
+            if (options.int8_codebooks) bytes->turn_kept();
         }
         std::vector<bool> is_kept(static_cast<size_t>(c));
         const std::vector<int32_t> kept = fields.index("kept", layout.kept, c);

@@ -4,6 +4,17 @@
 
 namespace anybit {
 
+// Channels lie an odd number of cache lines apart, lest they compete for places in the first cache.
+void LookupBytes::turn_kept() {
+    const int64_t rows = kept.shape[0], channels = kept.shape[1];
+    kept_stride = odd_lines(rows, 1);
+    scales.resize(static_cast<size_t>(rows + KeptChannels::BEHIND));
+    kept_by_channel.resize(static_cast<size_t>(channels * kept_stride + KeptChannels::BEHIND));
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < channels; ++j)
+            kept_by_channel[static_cast<size_t>(j * kept_stride + i)] = kept.as<int8_t>()[i * channels + j];
+}
+
 LookupTile::Span LookupTile::span(int bits, int64_t first, int64_t last) const {
     const LookupBytes& b = *bytes_;
     CodebookByRow c{};

@@ -20,13 +20,17 @@ struct LookupBytes {
     std::vector<Array> planes;      // uint32 [rows that have the bit, words], the most significant first
     int64_t coded = 0;              // channels that have codes; those that are kept follow
     Array kept;                     // [rows, channels] float16, or int8 codes (KeptChannels); none: no shape
-    std::vector<float> kept_scales; // [channels], those stored times 2^-14; SCALES_BEHIND zeros follow
-    std::vector<uint8_t> kinds;     // nested: [rows]
-    std::vector<float> scales;      // nested: [rows]
+    std::vector<float> kept_scales; // [channels], those stored times 2^-14; BEHIND zeros follow
+    // Codes of kept channels by channel, for inputs of 8 bits, which meet a lane for each row; or nothing.
+    std::vector<int8_t> kept_by_channel;
+    int64_t kept_stride = 0;
+    std::vector<uint8_t> kinds; // nested: [rows]
+    std::vector<float> scales;  // nested: [rows]
     // Nested, with gains: scales times those of 1 and 2 bits, and of 3. Or nothing.
     std::vector<float> gained2, gained3;
     OutRows out_rows;
 
+    void turn_kept();
     const std::vector<float>& scales_at(int bits) const {
         const std::vector<float>& gained = bits < 3 ? gained2 : gained3;
         return bits > 3 || gained.empty() ? scales : gained;
@@ -45,6 +49,8 @@ public:
             kept_.channels = kept.shape[1];
             if (kept.type == Type::i8) {
                 kept_.codes = kept.as<int8_t>();
+                kept_.by_channel = bytes_->kept_by_channel.empty() ? nullptr : bytes_->kept_by_channel.data();
+                kept_.stride = bytes_->kept_stride;
                 kept_.scales = bytes_->kept_scales.data();
                 kept_.row_scales = bytes_->scales.data();
             } else kept_.halves = kept.as<uint16_t>();

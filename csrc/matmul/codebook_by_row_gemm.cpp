@@ -60,7 +60,7 @@ template <typename F> int64_t decode_kept(const CodebookByRow& c, int64_t block,
     const int64_t n = least(PANEL, gemm_columns(c) - column), coded = 32 * c.words, row = block * LANES;
     for (int64_t i = coded > column ? coded - column : 0; i < n; i += LANES) {
         const int64_t j = column + i - coded;
-        Floats some[LANES];
+        Floats some[LANES] = {}; // and the column that makes their number even
         load_channels(c.kept, row, least(LANES, c.rows - row), j, least(LANES, c.kept.channels - j), some);
         put(i, some, least(LANES, n - i));
     }

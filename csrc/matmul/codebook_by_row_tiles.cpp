@@ -232,7 +232,8 @@ public:
     };
     // `first`: the row that outputs begin with, where they lie side by side; else it is 0.
     Block block(const Outputs& y, int64_t number, int64_t first = 0) const {
-        Block made{y, find_places(y, number, c_.rows), number, {}};
+        Block made;
+        made.y = y, made.places = find_places(y, number, c_.rows), made.number = number;
         made.places.first -= first;
         for (int64_t i = 0; i < LANES; i += 8)
             _mm512_storeu_pd(made.steps + i, whole_steps(c_, number * LANES + i, made.places.count - i));
@@ -258,17 +259,17 @@ private:
                                        join_digits(sums[second + i]));
             rows[i] = whole_values(_mm512_sub_epi64(all, excess), _mm512_set1_pd(own.steps[i]), tokens.units);
         }
-        Floats values[TOKENS], kept[TOKENS] = {};
+        Floats values[TOKENS];
         turn(rows, values);
-        if (c_.kept.channels > 0)
-            by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
-                Floats some[m.value] = {};
+        by_tokens<TOKENS>(tokens.count, [&](auto m, int64_t k) {
+            Floats kept[m.value] = {};
+            if (c_.kept.channels > 0)
                 sum_kept<m.value>(c_, in_.kept + (tokens.first + k) * c_.kept.channels, own.number * LANES,
-                                  own.places.count, some);
-                for (int l = 0; l < m.value; ++l) kept[k + l] = some[l];
-            });
-        for (int64_t k = 0; k < tokens.count; ++k)
-            finish(own.y, tokens.first + k, own.places, c_.kept.channels > 0 ? kept[k] + values[k] : values[k]);
+                                  own.places.count, kept);
+            for (int l = 0; l < m.value; ++l)
+                finish(own.y, tokens.first + k + l, own.places,
+                       c_.kept.channels > 0 ? kept[l] + values[k + l] : values[k + l]);
+        });
     }
 
     const CodebookByRow& c_;
@@ -313,6 +314,9 @@ template <bool MORE> struct FewSums {
         _tile_stored(1, sums + 16, BYTES);
         if (MORE) _tile_stored(2, sums + BOTH, BYTES);
         if (MORE) _tile_stored(3, sums + BOTH + 16, BYTES);
+    }
+    // Both tiles of sums become one.
+    static void join(Ints* sums) {
         for (int64_t i = 0; i < (MORE ? 2 : 1) * BOTH; i += BOTH)
             for (int64_t l = 0; l < 16; ++l) // lanes of tokens that are not there may hold anything, and overflow
                 sums[i + l] = reinterpret_cast<Ints>(_mm512_add_epi32(reinterpret_cast<__m512i>(sums[i + l]),
@@ -322,29 +326,37 @@ template <bool MORE> struct FewSums {
 
 // The centroids of a block of a tile of rows, or of their tails. The tile that comes next is fetched meanwhile, in the
 // order in which it lies in memory. What the loop needs of `c` is at hand: bytes that are written may be anything.
+// Planes share their offsets, so that their addresses stay in registers.
 template <int B> void decode_block(const CodebookByRow& c, int64_t first, int64_t b, Codes (*to)[16]) {
-    const int64_t bytes = 4 * c.words, at = b * BYTES, lines = ceil_div(16 * bytes, BYTES), last = c.rows - 1 - first;
-    const int64_t whole = vectors_of(c) / PHASES, tails = tails_of(c);
-    const RowPlanes<B> own(c, first), coming(c, first + 16);
+    const int64_t bytes = 4 * c.words, at = b * BYTES, tile = first * bytes, next = tile + 16 * (bytes + at);
+    const int64_t lines = least(ceil_div(16 * bytes, BYTES) - 16 * b, 16), last = least(15, c.rows - 1 - first);
+    const RowPlanes<B> planes(c, 0);
     const uint8_t *const tables = c.table, *const kinds = c.kinds;
+    const auto table_of = [=](int64_t row) { return Table<B>(tables + ((kinds == nullptr ? row : kinds[row]) << B)); };
+    if (b == vectors_of(c) / PHASES) {
+        const int64_t tails = tails_of(c);
+        for (int64_t i = 0; i <= last; ++i) {
+            const Table<B> table = table_of(first + i);
+            if (i < lines) planes.fetch(next + i * BYTES);
+            for (int64_t t = 0; t < tails; ++t) to[t][i] = table(tail_codes<B>(c, first + i, at + t * TAIL_BYTES));
+        }
+        return;
+    }
     const Present there = present(bytes - at);
-    for (int64_t i = 0; i < 16; ++i) {
-        const int64_t row = least(i, last); // nobody reads what lies behind the last row
-        const Table<B> table(tables + ((kinds == nullptr ? first + row : kinds[first + row]) << B));
-        if (const int64_t line = b * 16 + i; line < lines) coming.fetch(line * BYTES);
-        if (b < whole) {
-            Codes plane[B], code[PHASES];
-            own.load(row * bytes + at, there, plane);
-            codes_of<B>(plane, code);
+    for (int64_t i = 0; i <= last; ++i) { // nobody reads what lies behind the last row
+        const Table<B> table = table_of(first + i);
+        if (i < lines) planes.fetch(next + i * BYTES);
+        Codes plane[B], code[PHASES];
+        planes.load(tile + i * bytes + at, there, plane);
+        codes_of<B>(plane, code);
 #pragma GCC unroll 8
-            for (int64_t s = 0; s < PHASES; ++s) to[s][i] = table(code[s]);
-        } else
-            for (int64_t t = 0; t < tails; ++t) to[t][i] = table(tail_codes<B>(c, first + row, at + t * TAIL_BYTES));
+        for (int64_t s = 0; s < PHASES; ++s) to[s][i] = table(code[s]);
     }
 }
 
 // A block is multiplied when the next one is decoded: until then its centroids have come out of the store buffer, which
-// tiles cannot read.
+// tiles cannot read. The sums of a tile of rows are saved when the one after has been decoded, and finished when that is
+// being multiplied: tiles take long to be ready, and nothing has to wait for them.
 template <int B, bool MORE>
 void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     using Few = FewSums<MORE>;
@@ -355,19 +367,24 @@ void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, i
     const auto panel = [&](int64_t i) { return panels + i % 2 * PHASES; };
     const Finish<1> finish(c, in);
     shape_digit_tiles(in.tokens);
+    const auto finish_tile = [&](int64_t tile) {
+        Few::join(sums);
+        finish(finish.block(y, begin + tile), 0, 2, sums, Few::BOTH);
+    };
     const auto multiply = [&](int64_t i) {
         const int64_t b = i % blocks, first = b * PHASES;
+        if (b == 0 && i > 0) Few::save(sums);
         if (b == 0) Few::zero();
         Few::add(panel(i), least(PHASES, vectors - first), in.x + first * TILE, vectors * TILE);
-        if (b + 1 < blocks) return;
-        Few::save(sums);
-        finish(finish.block(y, begin + i / blocks), 0, 2, sums, Few::BOTH);
+        if (b == 0 && i > 0) finish_tile(i / blocks - 1);
     };
     for (int64_t i = 0; i < all; ++i) {
         decode_block<B>(c, (begin + i / blocks) * LANES, i % blocks, panel(i));
         if (i > 0) multiply(i - 1);
     }
     multiply(all - 1);
+    Few::save(sums);
+    finish_tile(end - begin - 1);
     _tile_release();
 }
 

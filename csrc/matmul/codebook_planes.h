@@ -18,14 +18,14 @@ constexpr int64_t PHASES = 8; // vectors of codes that a vector of each plane be
 template <int N> inline Codes left(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) << N); }
 template <int N> inline Codes right(Codes v) { return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(v) >> N); }
 
-inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
-#if defined(__AVX512F__)         // GCC would take two instructions
-    constexpr int SELECT = 0xca; // of each bit of the first operand: the second where it is set, else the third
-    return reinterpret_cast<Codes>(_mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(fill(mask)),
-                                                             reinterpret_cast<__m512i>(where_set),
-                                                             reinterpret_cast<__m512i>(elsewhere), SELECT));
+// Bits of `shifted` where the mask is SET or not, of `other` elsewhere.
+template <bool SET> inline Codes merge(int mask, Codes shifted, Codes other) {
+#if defined(__AVX512F__) // GCC would take two instructions. The result takes the first operand's register
+    return reinterpret_cast<Codes>(
+        _mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(shifted), reinterpret_cast<__m512i>(fill(mask)),
+                                  reinterpret_cast<__m512i>(other), SET ? 0xe2 : 0xb8));
 #else
-    return (where_set & fill(mask)) | (elsewhere & fill(~mask));
+    return (shifted & fill(SET ? mask : ~mask)) | (other & fill(SET ? ~mask : mask));
 #endif
 }
 
@@ -33,8 +33,8 @@ inline Codes merge(int mask, Codes where_set, Codes elsewhere) {
 // the others into `odd`. `mask` has the first, third ... field of a byte.
 template <int N> inline void take_turns(int mask, Codes low, Codes high, Codes& even, Codes& odd) {
 #if defined(__AVX512F__) // where a merge is one instruction
-    even = merge(mask, low, left<N>(high));
-    odd = merge(mask, right<N>(low), high);
+    even = merge<false>(mask, left<N>(high), low);
+    odd = merge<true>(mask, right<N>(low), high);
 #else
     const Codes changed = (right<N>(low) ^ high) & fill(mask); // swapped, with two instructions less
     even = low ^ left<N>(changed);
@@ -73,7 +73,7 @@ public:
         constexpr int64_t FIELDS = B <= 2 ? 2 : 4;
         const Codes(&own)[PARTS] = field_[s % FIELDS];
         if constexpr (PARTS > 1)
-            return s < 4 ? merge(0x0f, own[0], left<4>(own[1])) : merge(0x0f, right<4>(own[0]), own[1]);
+            return s < 4 ? merge<false>(0x0f, left<4>(own[1]), own[0]) : merge<true>(0x0f, right<4>(own[0]), own[1]);
         else
             return reinterpret_cast<Codes>(reinterpret_cast<Pairs>(own[0]) >>
                                            static_cast<uint16_t>(s / FIELDS * FIELDS));

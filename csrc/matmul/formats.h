@@ -90,18 +90,23 @@ struct CodebookByChannel {
 // Channels of a nested tile that have no codes in planes: fp16, or codes of 8 bits, of which each stands for
 // code * |code| * (row_scales[i] * scales[j]).
 struct KeptChannels {
-    const uint16_t* halves;  // fp16 bit patterns [rows, channels], or null for
-    const int8_t* codes;     // [rows, channels]
-    const float* scales;     // [channels], those stored / 16384, with SCALES_BEHIND more that can be read
+    const uint16_t* halves;   // fp16 bit patterns [rows, channels], or null for
+    const int8_t* codes;      // [rows, channels]
+    const int8_t* by_channel; // codes once more, [channels, rows] of a stride, with BEHIND more; null: not made
+    int64_t stride;
+    const float* scales;     // [channels], those stored / 16384, with BEHIND more that can be read
     const float* row_scales; // [rows]
     int64_t channels;
 
-    static constexpr int64_t SCALES_BEHIND = 16;
+    static constexpr int64_t BEHIND = 16;
 
     KeptChannels from(int64_t row) const {
-        return {halves == nullptr ? nullptr : halves + row * channels,
-                codes == nullptr ? nullptr : codes + row * channels, scales,
-                row_scales == nullptr ? nullptr : row_scales + row, channels};
+        KeptChannels own = *this;
+        if (halves != nullptr) own.halves += row * channels;
+        if (codes != nullptr) own.codes += row * channels;
+        if (by_channel != nullptr) own.by_channel += row;
+        if (row_scales != nullptr) own.row_scales += row;
+        return own;
     }
 };
 

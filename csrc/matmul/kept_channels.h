@@ -7,7 +7,9 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-static_assert(LANES <= KeptChannels::SCALES_BEHIND);
+static_assert(LANES <= KeptChannels::BEHIND);
+
+constexpr int64_t CHANNEL_AHEAD = 64; // rows, of which a channel's codes are fetched
 
 // `count` codes, up to LANES, from j on, as floats; zeros behind them. There are j before them.
 inline Floats load_codes(const int8_t* codes, int64_t j, int64_t count) {
@@ -37,9 +39,33 @@ inline Floats load_kept(const KeptChannels& kept, int64_t row, int64_t j, int64_
     return codes * sizes * (load(kept.scales + j) * kept.row_scales[row]);
 }
 
-// The same of up to LANES rows: a vector for each channel, a lane for each row, those that are missing 0.
+// LANES codes as floats.
+inline Floats load_codes(const int8_t* codes) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(codes))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Floats>(
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)))));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    return __builtin_convertvector(load_as<Bytes>(codes), Floats);
+#endif
+}
+
+// The same of up to LANES rows: a vector for each of `count` channels, a lane for each row. Lanes of rows that are
+// missing may hold what lies behind the others.
 inline void load_channels(const KeptChannels& kept, int64_t row, int64_t rows, int64_t j, int64_t count,
                           Floats (&channels)[LANES]) {
+    if (kept.by_channel != nullptr) {
+        const Floats own = load(kept.row_scales + row);
+        for (int64_t i = 0; i < count; ++i) {
+            const int8_t* from = kept.by_channel + (j + i) * kept.stride + row;
+            __builtin_prefetch(from + CHANNEL_AHEAD);
+            const Floats codes = load_codes(from), sizes = codes < 0 ? -codes : codes;
+            channels[i] = codes * sizes * (own * kept.scales[j + i]);
+        }
+        return;
+    }
     for (int64_t l = 0; l < LANES; ++l) channels[l] = l < rows ? load_kept(kept, row + l, j, count) : Floats{};
     transpose(channels);
 }
