@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "same-speed": speed.same_speed,
     "same-speed-few": lambda: speed.same_speed_few("same-speed-few"),
     "same-speed-rows": lambda: speed.same_speed_few("same-speed-rows"),
+    "same-speed-amx": lambda: speed.same_speed_few("same-speed-amx"),
     "same-speed-avx2": lambda: speed.same_speed_few("same-speed-avx2"),
     "call-overhead": speed.call_overhead,
     "engine/decode": engine.decode,
