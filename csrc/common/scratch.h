@@ -14,7 +14,9 @@ namespace anybit {
 
 // Below this many multiply-adds (or weights) a call is over before a second thread has woken up.
 constexpr int64_t SERIAL_WORK = 1 << 18;
-constexpr int64_t PIECES_PER_THREAD = 4; // so that a thread that started late or runs slowly holds nobody up
+// How many pieces a range has for each thread, at least and at most; between these one for SERIAL_WORK. Threads take
+// several at a time at first and single ones at the end: one that started late or runs slowly holds nobody up.
+constexpr int64_t LEAST_PIECES = 4, MOST_PIECES = 16;
 
 // Scratch memory that a thread gave back, to be used again: the system takes milliseconds to hand out what many tokens
 // need. What was not used for longest goes first.
@@ -101,7 +103,8 @@ inline int64_t odd_lines(int64_t columns, int64_t size) { return ((columns * siz
 // Rows that a thread takes at a time, a multiple of `block`: all where the work is worth one thread only.
 inline int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
     if (threads == 1 || work < SERIAL_WORK) return rows;
-    const int64_t pieces = threads * PIECES_PER_THREAD, share = (rows + pieces - 1) / pieces;
+    const int64_t pieces = std::clamp(work / SERIAL_WORK, threads * LEAST_PIECES, threads * MOST_PIECES);
+    const int64_t share = (rows + pieces - 1) / pieces;
     return (share + block - 1) / block * block;
 }
 

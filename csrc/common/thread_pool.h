@@ -9,10 +9,10 @@ namespace anybit {
 using RangeFunction = void (*)(void* context, int64_t begin, int64_t end) noexcept;
 using ReadyFunction = bool (*)(void* context) noexcept;
 
-// Run `function` over [0, n) in pieces of `grain` on up to `threads` threads, the caller's among them, and
-// return when all is done. May be called from several threads at once: one of them gets the pool, the others
-// do their work alone. Works in a forked child. Every other thread is asked first whether it is ready, where that is
-// asked: one that is not does nothing.
+// Run `function` over [0, n) in pieces of a multiple of `grain`, the last ones the smallest, on up to `threads`
+// threads, the caller's among them, and return when all is done. May be called from several threads at once: one of
+// them gets the pool, the others do their work alone. Works in a forked child. Every other thread is asked first
+// whether it is ready, where that is asked: one that is not does nothing.
 //
 // Throws std::bad_alloc, before anything is done.
 void parallel_ranges(int64_t n, int64_t grain, int threads, RangeFunction function, void* context,

@@ -69,7 +69,7 @@ private:
         std::fill_n(clip, n, WHOLE_RANGE);
         const InputGrid grid{8, in, size, clip, nullptr, m.layer.int8_multiples()};
         const auto quantize = best_matmul_ops().quantize_inputs; // the same bits in every instruction set
-        for_tokens(tokens_, in, threads_,
+        for_tokens(tokens_, in * ROUND_WORK, threads_,
                    [&](int64_t k) { quantize(m.x + k * in, grid, codes + k * in, scales + k * n); });
         rounded_from_ = m.x;
         rounded_by_ = size;
@@ -99,6 +99,8 @@ private:
         };
         parallel_for(units, std::max(int64_t(1), piece_of(units, 1, work, threads_)), threads_, part, ready);
     }
+
+    static constexpr int64_t ROUND_WORK = 24; // multiply-adds that it costs as much as to round a number, about
 
     int64_t tokens_;
     Arithmetic arithmetic_;

@@ -74,6 +74,7 @@ public:
         Way way{many ? Way::Kernel::gemm : Way::Kernel::gemv, inputs};
         way.whole = rounded;
         way.unit = many ? GEMM_BLOCKS * ops_.lanes : WHOLE_ROWS;
+        if (rounded && many) way.beside = whole.beside;
         if (inputs == Numbers::f32 && !many) way.own = lines(line() * 4);
         for (const Span& span : spans_) {
             if (inputs == Numbers::bf16 && !centroids_->takes_bf16(span.c.bits, many)) return std::nullopt;

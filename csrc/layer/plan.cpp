@@ -58,6 +58,7 @@ private:
         plan_.narrowed_ = scaled && bf16 && reads(Source::halves);
         plan_.turned_ = layer_.sparse().rows > 0 && tokens_ > GEMV_TOKENS;
         plan_.token_unit_ = plan_.turned_ ? layer_.ops_.lanes : 1;
+        for (const Plan::Planned& p : plan_.parts_) beside_ = std::max(beside_, p.way.beside);
     }
 
     void choose_outputs() {
@@ -129,8 +130,8 @@ private:
 
     Step token_step(Step::Kind kind, int64_t numbers) const {
         Step step{kind};
-        step.unit = kind == Step::Kind::prepare ? plan_.token_unit_ : 1;
-        step.work = numbers;
+        step.unit = kind == Step::Kind::prepare ? std::max(plan_.token_unit_, beside_) : 1; // all are powers of 2
+        step.work = numbers * (kind == Step::Kind::prepare ? ROUND_WORK : NUMBER_WORK);
         return step;
     }
 
@@ -143,11 +144,13 @@ private:
         for (const Plan::Planned& p : plan_.parts_) plan_.own_ = std::max(plan_.own_, p.way.own);
     }
 
-    static constexpr int64_t SPARSE_WORK = 8; // multiply-adds of a dense matrix that one here costs, about
+    // Multiply-adds of a dense matrix that it costs, about: one here, a number that is moved, and one that is rounded.
+    static constexpr int64_t SPARSE_WORK = 8, NUMBER_WORK = 24, ROUND_WORK = 64;
 
     const Layer& layer_;
     const int64_t tokens_; // any number of the kind
     Plan plan_;
+    int64_t beside_ = 1;   // `Way::beside`, of all parts
     bool natural_ = false; // all parts have all rows, in order
     bool fused_ = false;   // what clears and rounds rows is who adds to them
     bool clears_ = false, narrows_ = false;

@@ -68,6 +68,7 @@ struct Way {
     int64_t unit = 1;    // rows that a thread takes together
     int64_t own = 0;     // bytes that each thread needs for itself
     bool whole = false;  // inputs are WholeInputs
+    int64_t beside = 1;  // tokens that `arrange` puts into the same cache lines: a thread arranges all of them
 
     // Whether it takes outputs that are to be set or rounded.
     bool finishes() const { return kernel == Kernel::gemm || whole; }

@@ -55,8 +55,9 @@ template <int B> struct RowPlanes {
     void load(int64_t at, Present there, Codes (&plane)[B]) const {
         for (int p = 0; p < B; ++p) plane[p] = load_plane(from[p] + at, there);
     }
-    // Have the lines there come into the first cache, meanwhile, or with 2 into the second.
-    template <int LOCALITY = 3> void fetch(int64_t at) const {
+    // Have the lines there come into the first cache, meanwhile, or with 2 into the second. Inlined, as GCC drops calls
+    // of functions that do nothing else.
+    template <int LOCALITY = 3> [[gnu::always_inline]] void fetch(int64_t at) const {
         for (int p = 0; p < B; ++p) __builtin_prefetch(from[p] + at, 0, LOCALITY);
     }
 };

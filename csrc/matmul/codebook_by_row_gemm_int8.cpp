@@ -208,6 +208,7 @@ void add_codebook_by_row_gemm_int8(MatmulOps& ops) {
     own.least = LEAST_TOKENS;
     own.most_columns = INT64_MAX;
     own.bytes = input_bytes;
+    own.beside = 1;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;
 }

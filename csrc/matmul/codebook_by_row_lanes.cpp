@@ -238,6 +238,7 @@ void add_codebook_by_row_lanes(MatmulOps& ops) {
     own.least = LEAST_TOKENS;
     own.most_columns = MOST_COLUMNS;
     own.bytes = input_bytes;
+    own.beside = 1;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;
 }

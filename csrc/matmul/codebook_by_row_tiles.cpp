@@ -19,7 +19,6 @@ namespace {
 
 constexpr int64_t TOKENS = 8;      // of a tile
 constexpr int64_t ROWS = 2;        // tiles of rows that are multiplied together
-constexpr int64_t TILES_AHEAD = 1; // tiles of rows that are fetched before they are decoded
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
@@ -448,6 +447,7 @@ void add_codebook_by_row_tiles(MatmulOps& ops) {
     own.least = LEAST_TOKENS;
     own.most_columns = MOST_COLUMNS;
     own.bytes = input_bytes;
+    own.beside = TOKENS;
     own.prepare_many = prepare_many;
     own.gemm = gemm_whole;
 }

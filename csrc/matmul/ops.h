@@ -80,6 +80,7 @@ struct WholeOps {
     // sums rows of up to `most_columns`. Null: there is none.
     int64_t least, most_columns;
     int64_t (*bytes)(const CodebookByRow&, int64_t tokens); // of all x
+    int64_t beside;                                         // tokens whose inputs lie in the same cache lines
     void (*prepare_many)(const CodebookByRow&, const int8_t* codes, const float* scales, int64_t k, int8_t* x,
                          WholeInputs::Token&); // of token k
     void (*gemm)(const CodebookByRow&, const WholeInputs&, const Outputs& y, int64_t begin, int64_t end);
