@@ -17,8 +17,8 @@
 namespace anybit::ANYBIT_ISA {
 namespace {
 
-constexpr int64_t TOKENS = 8;      // of a tile
-constexpr int64_t ROWS = 2;        // tiles of rows that are multiplied together
+constexpr int64_t TOKENS = 8; // of a tile
+constexpr int64_t ROWS = 2;   // tiles of rows that are multiplied together
 constexpr int64_t TILE = 16 * BYTES;
 constexpr int64_t CHUNK = 2; // blocks of a row that are decoded at a time: with their inputs they fit the first cache
 constexpr int64_t MOST_VECTORS = CHUNK * PHASES + MOST_TAILS;
@@ -354,8 +354,8 @@ template <int B> void decode_block(const CodebookByRow& c, int64_t first, int64_
 }
 
 // A block is multiplied when the next one is decoded: until then its centroids have come out of the store buffer, which
-// tiles cannot read. The sums of a tile of rows are saved when the one after has been decoded, and finished when that is
-// being multiplied: tiles take long to be ready, and nothing has to wait for them.
+// tiles cannot read. The sums of a tile of rows are saved when the one after has been decoded, and finished when that
+// is being multiplied: tiles take long to be ready, and nothing has to wait for them.
 template <int B, bool MORE>
 void gemm_few(const CodebookByRow& c, const WholeInputs& in, const Outputs& y, int64_t begin, int64_t end) {
     using Few = FewSums<MORE>;

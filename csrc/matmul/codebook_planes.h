@@ -21,9 +21,9 @@ template <int N> inline Codes right(Codes v) { return reinterpret_cast<Codes>(re
 // Bits of `shifted` where the mask is SET or not, of `other` elsewhere.
 template <bool SET> inline Codes merge(int mask, Codes shifted, Codes other) {
 #if defined(__AVX512F__) // GCC would take two instructions. The result takes the first operand's register
-    return reinterpret_cast<Codes>(
-        _mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(shifted), reinterpret_cast<__m512i>(fill(mask)),
-                                  reinterpret_cast<__m512i>(other), SET ? 0xe2 : 0xb8));
+    return reinterpret_cast<Codes>(_mm512_ternarylogic_epi32(reinterpret_cast<__m512i>(shifted),
+                                                             reinterpret_cast<__m512i>(fill(mask)),
+                                                             reinterpret_cast<__m512i>(other), SET ? 0xe2 : 0xb8));
 #else
     return (shifted & fill(SET ? mask : ~mask)) | (other & fill(SET ? ~mask : mask));
 #endif
