@@ -22,6 +22,7 @@ from anybit.errors import InputError
 from anybit.estimate import check_disk, estimate
 from anybit.formats.dtypes import Dtype
 from anybit.kernels import cpu
+from anybit.kernels.dispatch import compute_dtype
 from anybit.plan import make_plan, stored_dtype, widths_for_memory
 from tests import builders
 from tests.builders import MakeModel, opened
@@ -287,7 +288,7 @@ def test_too_little_memory_is_said_before_any_work(
     model_dir: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, instead: bool
 ) -> None:
     config, report = builders.options(method, samples=2, seq_len=24), Recorder()
-    streamed = opened(model_dir("llama"))
+    streamed = opened(model_dir("llama"), compute_dtype())
     needed = estimate_module.peak_memory(streamed, *reversed(prepare_module.plan_within(streamed, config)))
     for free, warned in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(prepare_module, "free_memory", lambda free=free: free)

@@ -102,7 +102,9 @@ def test_blocks_are_calibrated_behind_quantized_ones(
     assert list(of_layer) == [0, 3]  # one of the text, and one of the model's own
     weighted = sum((inputs[i].T * w) @ inputs[i] for i, w in of_layer.items())
     expected = weighted * (4 / 2 / 2) + sum(x.T @ x for x in inputs) / 2
-    torch.testing.assert_close(seen["7"], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    # Of bfloat16 states, which two ways of computing them may round to neighbours, a number in so many is further off.
+    most = 1e-3 if compute_dtype() == torch.float32 else 3e-3
+    torch.testing.assert_close(seen["7"], expected, rtol=most, atol=most * float(expected.abs().max()))
 
 
 def test_moments_are_those_of_autograd(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
