@@ -100,7 +100,7 @@ inline Scratch make_scratch(int64_t floats) {
 // for the same place in a cache.
 inline int64_t odd_lines(int64_t columns, int64_t size) { return ((columns * size + 63) / 64 | 1) * 64 / size; }
 
-// Rows that a thread takes at a time, a multiple of `block`: all where the work is worth one thread only.
+// Rows that a thread takes at a time at least, a multiple of `block`: all where the work is worth one thread only.
 inline int64_t piece_of(int64_t rows, int64_t block, int64_t work, int threads) {
     if (threads == 1 || work < SERIAL_WORK) return rows;
     const int64_t pieces = std::clamp(work / SERIAL_WORK, threads * LEAST_PIECES, threads * MOST_PIECES);

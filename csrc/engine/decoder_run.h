@@ -377,7 +377,7 @@ private:
 
     // Multiply-adds that some work costs as much as, about.
     static constexpr int64_t ANGLE_WORK = 128, HEAD_WORK = 64, NORM_WORK = 2, GATE_WORK = 16;
-    static constexpr int64_t GATE_PIECE = 512; // numbers that a thread takes at a time
+    static constexpr int64_t GATE_PIECE = 512; // numbers that a thread takes at a time, at least
     static constexpr int64_t QUERIES = 64;     // that are asked together, at most
 
     const DecoderSpec& spec_;

@@ -95,7 +95,7 @@ struct KeptChannels {
     const int8_t* by_channel; // codes once more, [channels, rows] of a stride, with BEHIND more; null: not made
     int64_t stride;
     const float* scales;     // [channels], those stored / 16384, with BEHIND more that can be read
-    const float* row_scales; // [rows]
+    const float* row_scales; // [rows]; where by_channel is made, with BEHIND more that can be read
     int64_t channels;
 
     static constexpr int64_t BEHIND = 16;

@@ -52,8 +52,8 @@ inline Floats load_codes(const int8_t* codes) {
 #endif
 }
 
-// The same of up to LANES rows: a vector for each of `count` channels, a lane for each row. Lanes of rows that are
-// missing may hold what lies behind the others.
+// What load_kept gives, of up to LANES rows: a vector for each of `count` channels, a lane for each row. Lanes of rows
+// that are missing may hold what lies behind the others.
 inline void load_channels(const KeptChannels& kept, int64_t row, int64_t rows, int64_t j, int64_t count,
                           Floats (&channels)[LANES]) {
     if (kept.by_channel != nullptr) {
