@@ -210,6 +210,15 @@ def test_a_text_may_have_as_many_brackets_as_it_likes() -> None:
     assert read_json(json.dumps({"prompt": text, "n": 1}).encode()) == {"prompt": text, "n": 1}
 
 
+def test_a_text_that_does_not_end_takes_no_longer_than_others() -> None:
+    """Tried from each of its quotes on, it would take hours; nothing else of the server runs meanwhile."""
+    body = b"[" * (MOST_INSIDE + 1) + b'"' + b'\\"' * 1_000_000
+    begun = time.process_time()
+    with pytest.raises(Refused):
+        read_json(body)
+    assert time.process_time() - begun < 5
+
+
 # ---- clients
 
 
