@@ -89,7 +89,6 @@ public:
         start_workers(threads - 1);
         n_ = n, grain_ = grain, function_ = function, context_ = context, ready_ = ready;
         helpers_ = std::min(threads - 1, static_cast<int>(workers_.size()));
-        threads_ = helpers_ + 1;
         next_ = 0;
         const Open open(*this);
         for (int i = 0; i < helpers_; ++i) workers_[static_cast<size_t>(i)]->wake();
@@ -180,8 +179,9 @@ private:
     }
 
     void work() noexcept {
+        const int64_t threads = helpers_ + 1;
         for (int64_t begin = next_; begin < n_;) {
-            const int64_t pieces = (n_ - begin - 1) / grain_ + 1, taken = std::max(pieces / (2 * threads_), int64_t(1));
+            const int64_t pieces = (n_ - begin - 1) / grain_ + 1, taken = std::max(pieces / (2 * threads), int64_t(1));
             const int64_t end = taken < pieces ? begin + taken * grain_ : n_;
             if (!next_.compare_exchange_weak(begin, end)) continue;
             function_(context_, begin, end);
@@ -194,7 +194,6 @@ private:
 
     // The job; written while closed, read by those inside.
     int64_t n_ = 0, grain_ = 1;
-    int threads_ = 1; // that it is for
     RangeFunction function_ = nullptr;
     void* context_ = nullptr;
     ReadyFunction ready_ = nullptr;

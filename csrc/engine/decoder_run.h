@@ -153,7 +153,7 @@ private:
         };
         store_if(opens_);
         if (opens_) { // the first pages of texts before the others, which depend on them
-            by_rows(spec_.kv_heads * head_ * PAGE * HEAD_WORK, [&](int64_t r) {
+            by_rows(spec_.kv_heads * head_ * PAGE * CENTRE_WORK, [&](int64_t r) {
                 if (step_.positions[r] == PAGE - 1) compute_centre(block, b, r);
             });
             store_if(false);
@@ -376,7 +376,7 @@ private:
     }
 
     // Multiply-adds that some work costs as much as, about.
-    static constexpr int64_t ANGLE_WORK = 128, HEAD_WORK = 64, NORM_WORK = 2, GATE_WORK = 16;
+    static constexpr int64_t ANGLE_WORK = 128, HEAD_WORK = 64, CENTRE_WORK = 4, NORM_WORK = 2, GATE_WORK = 16;
     static constexpr int64_t GATE_PIECE = 512; // numbers that a thread takes at a time, at least
     static constexpr int64_t QUERIES = 64;     // that are asked together, at most
 

@@ -131,7 +131,7 @@ private:
     Step token_step(Step::Kind kind, int64_t numbers) const {
         Step step{kind};
         step.unit = kind == Step::Kind::prepare ? std::max(plan_.token_unit_, beside_) : 1; // all are powers of 2
-        step.work = numbers * (kind == Step::Kind::prepare ? ROUND_WORK : NUMBER_WORK);
+        step.work = numbers * (kind == Step::Kind::prepare ? PREPARE_WORK : NUMBER_WORK);
         return step;
     }
 
@@ -144,8 +144,9 @@ private:
         for (const Plan::Planned& p : plan_.parts_) plan_.own_ = std::max(plan_.own_, p.way.own);
     }
 
-    // Multiply-adds of a dense matrix that it costs, about: one here, a number that is moved, and one that is rounded.
-    static constexpr int64_t SPARSE_WORK = 8, NUMBER_WORK = 24, ROUND_WORK = 64;
+    // Multiply-adds of a dense matrix that it costs, about: one here, a number that is moved, and one that is rounded
+    // and arranged.
+    static constexpr int64_t SPARSE_WORK = 8, NUMBER_WORK = 24, PREPARE_WORK = 64;
 
     const Layer& layer_;
     const int64_t tokens_; // any number of the kind
